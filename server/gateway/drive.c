@@ -5,6 +5,7 @@
 
 #define RUNS_LOOKED_AT 128
 #define REST_MS 10
+#define STREAM_RUNS_MAX 8 /* what comes from elsewhere waits for some 60 us so */
 
 static void timer_fired(uv_timer_t *timer) {
     kld_drive_again(
@@ -30,18 +31,27 @@ static bool turns_for_nothing(struct kld_drive *drive) {
     return false;
 }
 
+/* MHD reads 25 KiB of a body in a run, and for the loop to look around after each takes up to a
+ * tenth of the time. So a large body that is all that moves has several runs in a turn. */
+static bool streams_alone(const struct kld_drive *drive, uint32_t did_before) {
+    return drive->streamed && drive->did - did_before == 1 && !drive->lingering;
+}
+
 /* A reply that is queued in one run is sent in the next. */
 static void run_daemon(struct kld_drive *drive) {
     drive->again = false;
     drive->did = 0;
     drive->turn_ns = uv_hrtime();
-    drive->queued = true;
     kld_links_hold(drive->links);
-    for (int i = 0; i < 2 && drive->queued; i++) {
+    bool more = true;
+    for (int runs = 0, replies = 0; more; runs++) {
+        uint32_t did_before = drive->did;
         drive->turn++;
-        drive->queued = false;
+        drive->queued = drive->streamed = false;
         drive->lingering = 0;
         MHD_run(drive->daemon);
+        more = drive->queued ? replies++ == 0
+                             : runs + 1 < STREAM_RUNS_MAX && streams_alone(drive, did_before);
     }
     kld_links_send(drive->links);
 }

@@ -1,9 +1,9 @@
 /* drive.h - libmicrohttpd as a guest of the libuv loop: when it runs, and when it rests.
  *
  * MHD waits on nothing itself: its epoll descriptor is polled by the loop, its next timeout is a
- * timer. It runs once a turn of the loop, after everything else of the turn, so that replies that
- * came in it are sent together. Does not know what a connection is about (http.c does, and tells
- * what MHD's callbacks saw). The thread of the loop. */
+ * timer. It runs once a turn of the loop, or a few times for a large body, after everything else of
+ * the turn, so that replies that came in it are sent together. Does not know what a connection is
+ * about (http.c does, and tells what MHD's callbacks saw). The thread of the loop. */
 #ifndef KLD_SERVER_GATEWAY_DRIVE_H
 #define KLD_SERVER_GATEWAY_DRIVE_H
 
@@ -37,6 +37,7 @@ struct kld_drive {
     uint32_t did;       /* in this run: requests that began, moved or ended, and do not linger */
     uint32_t lingering; /* in this run: requests whose reply is about to come, looked at in vain */
     bool queued;        /* in this run: a reply, which the next one sends */
+    bool streamed;      /* in this run: some of a large body came, and mostly there is more */
     uint32_t sending;   /* replies that are queued and not sent */
 };
 

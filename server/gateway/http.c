@@ -19,10 +19,11 @@
 #include "server/gateway/watch.h"
 #include "server/gateway/window.h"
 
-#define CONTINUE_BYTES_MAX 100 /* that a 100 Continue takes, within a TLS record as well */
-#define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
-#define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer, ... */
-#define LINGER_TURNS_MIN 4     /* ... unless it is the others of a turn that took the time */
+#define CONTINUE_BYTES_MAX 100   /* that a 100 Continue takes, within a TLS record as well */
+#define STREAMED_BYTES (1 << 20) /* of a body: there is more to come, mostly */
+#define LINGER_TURNS_MAX 16      /* what looking costs, then, is less than a suspension, ... */
+#define LINGER_NS_MAX 500000u    /* ... and what is not here by now takes longer, ... */
+#define LINGER_TURNS_MIN 4       /* ... unless it is the others of a turn that took the time */
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
 
 struct kld_http {
@@ -223,6 +224,7 @@ static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *excha
     kld_stats_add(http->gateway->stats, KLD_STAT_http_received_bytes_total, (int64_t)taken);
     exchange->taken_bytes += taken;
     kld_window_taken(exchange, taken);
+    http->drive.streamed |= taken && exchange->taken_bytes > STREAMED_BYTES;
     *size -= taken;
     if (exchange->replied)
         return discard(exchange, size);

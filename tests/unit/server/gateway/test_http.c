@@ -1,12 +1,14 @@
 /* test_http.c - connections and exchanges of http.c under a handler of the test: when one waits for
- * its reply suspended and when it lingers, and a connection that cannot be watched. Memory fails by
- * standing in for calloc, which a sanitizer does itself: there that test lets it succeed. */
+ * its reply suspended and when it lingers, how often MHD reads from a large body in a turn of the
+ * loop, and a connection that cannot be watched. Memory fails by standing in for calloc, which a
+ * sanitizer does itself: there that test lets it succeed. */
 #include "server/gateway/http.h"
 
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include "server/gateway/accept.h"
@@ -40,7 +42,8 @@ static struct kld_exchange *waits; /* for its reply */
 static uv_timer_t timer;
 static bool soon, was_suspended, closed;
 static uint64_t delay_ms;
-static int begun, ended;
+static int begun, ended, fed;
+static uint64_t fed_bytes;
 
 static void reply(uv_timer_t *unused) {
     was_suspended = waits->suspended;
@@ -49,7 +52,11 @@ static void reply(uv_timer_t *unused) {
 }
 
 static void begin(struct kld_exchange *exchange) { begun++; }
-static size_t feed(struct kld_exchange *exchange, const char *data, size_t size) { return size; }
+static size_t feed(struct kld_exchange *exchange, const char *data, size_t size) {
+    fed += size > 2; /* more than REQUEST has */
+    fed_bytes += size;
+    return size;
+}
 static void end(struct kld_exchange *exchange) { ended++; }
 
 static void finish(struct kld_exchange *exchange) {
@@ -75,6 +82,8 @@ static void open_all(void) {
     ck_assert_int_eq(kld_http_open(&gateway, &handler, &gateway.http, &error), KLD_OK);
 }
 
+static int taken; /* the gateway's end of the connection that was dialled last */
+
 /* A connection that the gateway has; returns the client's end. */
 static int dial(void) {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -84,7 +93,7 @@ static int dial(void) {
     ck_assert_int_eq(listen(listener, 1), 0);
     ck_assert_int_eq(getsockname(listener, (struct sockaddr *)&at, &bytes), 0);
     ck_assert_int_eq(connect(client, (struct sockaddr *)&at, sizeof at), 0);
-    int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK);
+    int fd = taken = accept4(listener, NULL, NULL, SOCK_NONBLOCK);
     close(listener);
     gateway.connections++;
     kld_http_take(gateway.http, fd, (struct sockaddr *)&at, sizeof at, false);
@@ -167,6 +176,71 @@ START_TEST(who_lingers_is_answered_at_the_end) {
 }
 END_TEST
 
+#define SENT_BYTES (64 << 10)
+#define SEVERAL_READS (6 * SENT_BYTES) /* MHD has 32 KiB for a connection */
+
+/* So much is there to be read. */
+static void wait_for_bytes(int fd, int bytes) {
+    for (int i = 0, here; ioctl(fd, FIONREAD, &here) == 0 && here < bytes; i++) {
+        ck_assert_int_lt(i, TRIES_MAX);
+        usleep(1000);
+    }
+}
+
+static void send_some(int client, int bytes) {
+    static char zeros[SENT_BYTES];
+    for (; bytes > 0; bytes -= SENT_BYTES)
+        ck_assert_int_eq(send(client, zeros, sizeof zeros, 0), sizeof zeros);
+}
+
+/* A large body of which `bytes` have been taken. */
+static int dial_and_upload(uint64_t bytes) {
+    static const char head[] =
+        "POST /any HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n";
+    int client = dial();
+    ck_assert_int_eq(send(client, head, sizeof head - 1, 0), sizeof head - 1);
+    for (uint64_t sent = 0; fed_bytes < bytes;) {
+        if (sent == fed_bytes && (sent += SENT_BYTES))
+            send_some(client, SENT_BYTES);
+        uv_run(&gateway.loop, UV_RUN_NOWAIT);
+    }
+    return client;
+}
+
+/* How often the handler was fed in the next turn that feeds it at all. */
+static int fed_in_a_turn(void) {
+    for (fed = 0; fed == 0;)
+        uv_run(&gateway.loop, UV_RUN_NOWAIT);
+    return fed;
+}
+
+START_TEST(a_large_body_is_read_several_times_in_a_turn) {
+    open_all();
+    int client = dial_and_upload(SENT_BYTES), uploads = taken;
+    send_some(client, SEVERAL_READS);
+    wait_for_bytes(uploads, SEVERAL_READS);
+    ck_assert_int_eq(fed_in_a_turn(), 1); /* it is not yet large */
+    while (fed_bytes < (1 << 20) + SENT_BYTES) {
+        send_some(client, SENT_BYTES);
+        fed_in_a_turn();
+    }
+    int other = dial();
+    uv_run(&gateway.loop, UV_RUN_NOWAIT);
+    send_some(client, SEVERAL_READS);
+    wait_for_bytes(uploads, SEVERAL_READS);
+    ck_assert_int_gt(fed_in_a_turn(), 4);
+    send_some(client, SEVERAL_READS);
+    ck_assert_int_eq(send(other, REQUEST, sizeof REQUEST - 1, 0), sizeof REQUEST - 1);
+    wait_for_bytes(uploads, SEVERAL_READS);
+    wait_for_bytes(taken, sizeof REQUEST - 1);
+    ck_assert_int_eq(fed_in_a_turn(), 1); /* another has come, whose call is not to wait */
+    ck_assert_ptr_nonnull(waits);
+    close(other);
+    close(client);
+    close_all();
+}
+END_TEST
+
 /* Nobody would know what it may ask, nor cut it off when it is slow. */
 START_TEST(a_connection_without_memory_to_watch_it_is_refused) {
     char text[4096];
@@ -195,4 +269,5 @@ START_TEST(a_connection_without_memory_to_watch_it_is_refused) {
 END_TEST
 
 UNIT_MAIN("server/gateway/http", who_waits_for_a_moment_is_not_suspended,
-          who_lingers_is_answered_at_the_end, a_connection_without_memory_to_watch_it_is_refused)
+          who_lingers_is_answered_at_the_end, a_large_body_is_read_several_times_in_a_turn,
+          a_connection_without_memory_to_watch_it_is_refused)
