@@ -298,8 +298,11 @@ static __device__ __forceinline__ uint4 load_edge(const T *from, uint64_t at, ui
         x[i] = at + i < classes ? from[at + i] : pad;
     return *reinterpret_cast<uint4 *>(x);
 }
+/* Not marked to leave the caches first, though nobody reads it again, and nor is what is stored:
+ * the second-level cache would keep what others' kernels have left in it, and have little room to
+ * put writes together. */
 template <class T> static __device__ __forceinline__ uint4 load_full(const T *from, uint64_t at) {
-    return __ldcs(reinterpret_cast<const uint4 *>(from + at));
+    return *reinterpret_cast<const uint4 *>(from + at);
 }
 
 template <class T>
@@ -311,7 +314,7 @@ static __device__ __forceinline__ void store(T *to_row, uint64_t at, uint64_t cl
     for (int i = 0; i < V; i++)
         y[i] = to<T>(x[i]);
     if (whole && at + V <= classes) {
-        __stcs(reinterpret_cast<uint4 *>(to_row + at), *reinterpret_cast<uint4 *>(y));
+        *reinterpret_cast<uint4 *>(to_row + at) = *reinterpret_cast<uint4 *>(y);
     } else {
 #pragma unroll
         for (int i = 0; i < V; i++)
