@@ -54,6 +54,7 @@ static const struct {
     {"stuck_ms", 0, 3600000},
     {"start_ms", 0, 3600000},
     {"restart_ms_max", 1, 3600000},
+    {"worker_wait_ms", 1, 3600000},
     {"shared_bytes_max", 0, UINT64_MAX >> 1},
     {"client_shared_bytes_max", 0, UINT64_MAX >> 1},
     {"pool_bytes_max", 0, UINT64_MAX >> 1},

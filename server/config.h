@@ -122,6 +122,8 @@
     X(COUNT, start_ms, "60000",                                                                    \
       "the same for its start, until it serves, if that is more; 0: any")                          \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
+    X(COUNT, worker_wait_ms, "4000",                                                               \
+      "how long an HTTP request that needs a buffer on a device waits for a silent worker")        \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it; else it is cut off")          \
     X(COUNT, http_slow_parts, "64",                                                                \

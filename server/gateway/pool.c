@@ -13,7 +13,6 @@
 #include "server/gateway/pool_state.h"
 #include "server/uv_loop.h"
 
-#define CONNECT_TIMEOUT_NS 2000000000u
 #define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
 #define TICK_MS 10
 
@@ -70,7 +69,8 @@ static enum kld_status of_worker(enum kld_status status, struct kld_error *err) 
 
 static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err) {
     struct kld_connect_options options = {.client_name = "gateway-pool",
-                                          .connect_timeout_ns = CONNECT_TIMEOUT_NS};
+                                          .connect_timeout_ns =
+                                              pool->config->worker_wait_ms * UINT64_C(1000000)};
     char url[KLD_CONFIG_TEXT_MAX + 24];
     if (pool->connection)
         return KLD_OK;

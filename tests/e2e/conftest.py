@@ -147,6 +147,7 @@ class Server:
         flags.setdefault("unix", str(self.folder / "kld.sock"))
         flags.setdefault("backend", backend)
         flags.setdefault("keep_buffer_ms", 500)  # tests wait for free memory; measurements give None, for the default
+        flags.setdefault("worker_wait_ms", 20000)  # a busy machine keeps any worker silent for longer than the default
         if "TEST_SANDBOX" in os.environ:  # make coverage: counters are files
             flags.setdefault("sandbox", os.environ["TEST_SANDBOX"])
         self.flags = flags
@@ -222,7 +223,7 @@ class Server:
                 return error.code, error.headers, error.read()
 
     def heard(self, *what, **more):
-        """The same, again while the gateway says that its worker was silent for 2 s, as on a busy machine any may be."""
+        """The same, again while the gateway says that its worker is not ready: lost, or silent for too long."""
         def answer():
             reply = self.request(*what, **more)
             return None if reply[0] == 503 and SILENT in reply[2] else reply

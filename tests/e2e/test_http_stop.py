@@ -95,8 +95,8 @@ def test_while_a_reply_waits_for_its_next_piece(make_server):
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_silent_worker_holds_up_all_at_once(make_server, connected):
-    """The pool waits 2 s for a worker that does not answer: once, not for each of those who ask."""
-    server = make_server(**SMALL)
+    """The pool waits worker_wait_ms for a worker that does not answer: once, not for each of those who ask."""
+    server = make_server(**SMALL, worker_wait_ms=2000)
     q = probabilities((100, 1000), 43)
     worker, took = server.child("worker"), []
 
@@ -119,6 +119,24 @@ def test_a_silent_worker_holds_up_all_at_once(make_server, connected):
     assert all(b"the worker is not ready; try again" in said for _, said, _ in took), took
     wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
                                       method="PUT")[0] == 200, what="the worker")
+
+
+def test_a_worker_that_stands_still_for_a_while_is_waited_for(make_server):
+    """As a busy host may let it: for less than worker_wait_ms, to greet the thread that asks and to make the buffer."""
+    server = make_server(**SMALL)
+    q = probabilities((100, 1000), 43)
+    for name in "ab":
+        replies, worker = [], server.child("worker")
+        asker = threading.Thread(target=lambda: replies.append(server.request(
+            f"/v2/tensors/{name}?datatype=FP32&shape=100,1000", q.tobytes(), method="PUT")[0]))
+        suspend(worker)
+        try:
+            asker.start()
+            asker.join(2.5)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        asker.join()
+        assert replies == [200], name
 
 
 def reply_on(connection, request=b""):

@@ -118,7 +118,7 @@ def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
 @unless_late
 def test_who_is_refused_at_the_end_of_the_drain(make_server):
     """Once each, like those who are refused before; the next gateway tells."""
-    server, said = make_server(drain_ms=300, http_deadline_ms=60000), []
+    server, said = make_server(drain_ms=300, http_deadline_ms=60000, worker_wait_ms=2000), []
     assert ask(server, "js") == 200
     worker, gateway = server.child("worker"), server.child("gateway")
 

@@ -125,6 +125,7 @@ START_TEST(refuses_flags) {
     fails(FLAGS("--client-requests-max=65537"), "'65537' is not a whole number from 1 to 65536");
     fails(FLAGS("--client-streams-max=1025"), "'1025' is not a whole number from 1 to 1024");
     fails(FLAGS("--client-streams-max=0"), "whole number from 1 to 1024");
+    fails(FLAGS("--worker-wait-ms=0"), "'0' is not a whole number from 1 to 3600000");
     fails(FLAGS("--cuda-files-max=0"), "whole number from 1");
     fails(FLAGS("--threads="), "'' is not a whole number");
     fails(FLAGS("--threads=+1"), "whole number");
