@@ -3,6 +3,9 @@
 #ifndef KLD_PROTO_CGROUP_H
 #define KLD_PROTO_CGROUP_H
 
+#define KLD_CGROUP_GROUPS "/proc/self/cgroup"
+#define KLD_CGROUP_MOUNTS "/proc/self/mountinfo"
+
 /* A controller, and how the file with its limit is called; NULL: not looked at. */
 struct kld_cgroup_limit {
     const char *controller;
@@ -10,8 +13,8 @@ struct kld_cgroup_limit {
 };
 
 /* visit(path, context) for each file that could be: it may not be there. groups: a file like
- * /proc/self/cgroup; root: where the groups are mounted, as at /sys/fs/cgroup. */
-void kld_cgroup_walk(const char *groups, const char *root, const struct kld_cgroup_limit *limit,
+ * /proc/self/cgroup; mounts: one like /proc/self/mountinfo, which tells where the groups are. */
+void kld_cgroup_walk(const char *groups, const char *mounts, const struct kld_cgroup_limit *limit,
                      void (*visit)(const char *path, void *context), void *context);
 
 #endif

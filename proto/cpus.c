@@ -51,10 +51,10 @@ static void take_least(const char *path, void *least) {
     *to = cpus < *to ? cpus : *to;
 }
 
-uint32_t kld_cpus_quota(const char *groups, const char *root) {
+uint32_t kld_cpus_quota(const char *groups, const char *mounts) {
     static const struct kld_cgroup_limit limit = {"cpu", {QUOTA_V1, "cpu.max"}};
     uint32_t least = UINT32_MAX;
-    kld_cgroup_walk(groups, root, &limit, take_least, &least);
+    kld_cgroup_walk(groups, mounts, &limit, take_least, &least);
     return least;
 }
 
@@ -63,7 +63,7 @@ uint32_t kld_cpus_usable(void) {
     CPU_ZERO(&set);
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     uint32_t cpus = online > 0 ? (uint32_t)online : 1;
-    uint32_t quota = kld_cpus_quota("/proc/self/cgroup", "/sys/fs/cgroup");
+    uint32_t quota = kld_cpus_quota(KLD_CGROUP_GROUPS, KLD_CGROUP_MOUNTS);
     if (sched_getaffinity(0, sizeof set, &set) == 0)
         cpus = (uint32_t)CPU_COUNT(&set);
     return cpus < quota ? cpus : quota;

@@ -11,7 +11,8 @@
 uint32_t kld_cpus_usable(void);
 
 /* The least quota of the control groups, of either version, that `groups` names (a file like
- * /proc/self/cgroup) and of those around them, mounted at `root`; rounded up. UINT32_MAX: none. */
-uint32_t kld_cpus_quota(const char *groups, const char *root);
+ * /proc/self/cgroup) and of those around them, where `mounts` (one like /proc/self/mountinfo)
+ * tells; rounded up. UINT32_MAX: none. */
+uint32_t kld_cpus_quota(const char *groups, const char *mounts);
 
 #endif

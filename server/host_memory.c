@@ -23,18 +23,18 @@ static void take_least(const char *path, void *least) {
     *to = limit < *to ? limit : *to;
 }
 
-uint64_t kld_cgroup_memory_bytes(const char *groups, const char *root) {
+uint64_t kld_cgroup_memory_bytes(const char *groups, const char *mounts) {
     static const struct kld_cgroup_limit memory = {"memory",
                                                    {"memory.limit_in_bytes", "memory.max"}};
     uint64_t least = UINT64_MAX;
-    kld_cgroup_walk(groups, root, &memory, take_least, &least);
+    kld_cgroup_walk(groups, mounts, &memory, take_least, &least);
     return least;
 }
 
 uint64_t kld_host_memory_bytes(void) {
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     uint64_t all = pages > 0 && page > 0 ? (uint64_t)pages * (uint64_t)page : 0;
-    uint64_t limit = kld_cgroup_memory_bytes("/proc/self/cgroup", "/sys/fs/cgroup");
+    uint64_t limit = kld_cgroup_memory_bytes(KLD_CGROUP_GROUPS, KLD_CGROUP_MOUNTS);
     return limit < all || all == 0 ? (limit == UINT64_MAX ? 0 : limit) : all;
 }
 

@@ -11,7 +11,7 @@ uint64_t kld_host_memory_bytes(void);
 /* Mappings that a process may have (vm.max_map_count); 0: not known. */
 uint64_t kld_host_mappings(void);
 /* The least limit of the groups that `groups` names (a file like /proc/self/cgroup) and of those
- * around them, mounted at `root`; UINT64_MAX: none. */
-uint64_t kld_cgroup_memory_bytes(const char *groups, const char *root);
+ * around them, where `mounts` (one like /proc/self/mountinfo) tells; UINT64_MAX: none. */
+uint64_t kld_cgroup_memory_bytes(const char *groups, const char *mounts);
 
 #endif

@@ -19,23 +19,43 @@ static void write_file(const char *path, const char *text) {
     ck_assert_int_eq(fclose(file), 0);
 }
 
+/* Both versions, as systemd mounts them; # is the root of the tree. */
+static const char usual[] = "25 30 0:22 / #/unused rw,nosuid shared:2 - tmpfs tmpfs rw\n"
+                            "31 25 0:26 / # rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+                            "32 25 0:27 / #/cpu rw,nosuid - cgroup cgroup rw,cpu,cpuacct\n";
+
+static void write_mounts(const char *path, const char *mounts, const char *root) {
+    char text[8192] = "";
+    size_t bytes = 0;
+    for (; *mounts; mounts++)
+        bytes += (size_t)snprintf(text + bytes, sizeof text - bytes, *mounts == '#' ? "%s" : "%.1s",
+                                  *mounts == '#' ? root : mounts);
+    ck_assert_uint_lt(bytes, sizeof text);
+    write_file(path, text);
+}
+
 /* One behind the other, with what those before have written; a NULL file: nothing new. */
-static void go(const struct step *steps, size_t count) {
-    char root[] = "/tmp/kld-test-XXXXXX", groups[64], path[96], command[96];
+static void go_with(const char *mounts, const struct step *steps, size_t count) {
+    char root[] = "/tmp/kld-test-XXXXXX", groups[64], mounted[64], path[96], command[160];
     ck_assert_ptr_nonnull(mkdtemp(root));
-    snprintf(command, sizeof command, "mkdir -p %s/a/b %s/cpu/a/b", root, root);
+    snprintf(command, sizeof command, "cd %s && mkdir -p a/b cpu/a/b cpu,cpuacct/a 'a place'",
+             root);
     ck_assert_int_eq(system(command), 0);
     snprintf(groups, sizeof groups, "%s/groups", root);
+    snprintf(mounted, sizeof mounted, "%s/mountinfo", root);
+    write_mounts(mounted, mounts, root);
     for (size_t i = 0; i < count; i++) {
         snprintf(path, sizeof path, "%s/%s", root, steps[i].file ? steps[i].file : "unused");
         write_file(path, steps[i].text);
         write_file(groups, steps[i].group);
-        uint32_t cpus = kld_cpus_quota(groups, root);
+        uint32_t cpus = kld_cpus_quota(groups, mounted);
         ck_assert_msg(cpus == steps[i].cpus, "step %zu: %u, not %u", i, cpus, steps[i].cpus);
     }
     snprintf(command, sizeof command, "rm -r %s", root);
     ck_assert_int_eq(system(command), 0);
 }
+
+static void go(const struct step *steps, size_t count) { go_with(usual, steps, count); }
 
 START_TEST(a_quota_is_rounded_up) {
     static const struct step steps[] = {
@@ -86,6 +106,59 @@ START_TEST(groups_of_the_first_version) {
 }
 END_TEST
 
+/* Not every host has a link that is called as the controller alone. */
+START_TEST(a_hierarchy_is_where_it_is_mounted) {
+    static const struct step steps[] = {
+        {"cpu,cpuacct/cpu.cfs_period_us", "100000\n", "4:cpu,cpuacct:/a\n", UINT32_MAX},
+        {"cpu,cpuacct/cpu.cfs_quota_us", "300000\n", "4:cpu,cpuacct:/a\n", 3},
+        {"cpu,cpuacct/a/cpu.cfs_period_us", "100000\n", "4:cpu,cpuacct:/a\n", 3},
+        {"cpu,cpuacct/a/cpu.cfs_quota_us", "100000\n", "4:cpu,cpuacct:/a\n", 1},
+        {NULL, "", "4:cpu,cpuacct:/\n", 3},
+        {"cpu.max", "100000 100000\n", "4:cpu,cpuacct:/\n0::/\n", 3}, /* nothing is there */
+        {"a place/cpu.max", "200000 100000\n", "4:cpu,cpuacct:/\n0::/\n", 2},
+    };
+    go_with(
+        "32 25 0:27 / #/cpu rw - tmpfs tmpfs rw\n"
+        "33 25 0:28 / #/cpu,cpuacct rw,nosuid shared:3 master:1 - cgroup cgroup rw,cpuacct,cpu\n"
+        "34 25 0:29 / #/cpu rw - cgroup cgroup rw,cpuset\n"
+        "35 25 0:30 / #/a\\040place rw - cgroup2 none rw\n",
+        steps, sizeof steps / sizeof steps[0]);
+}
+END_TEST
+
+/* A container's, whose mount shows its own group at the top and others' elsewhere. */
+START_TEST(a_mount_may_show_a_part_of_the_hierarchy) {
+    static const struct step steps[] = {
+        {"cpu/cpu.cfs_period_us", "100000\n", "4:cpu:/docker/x/a\n", UINT32_MAX},
+        {"cpu/cpu.cfs_quota_us", "400000\n", "4:cpu:/docker/x/a\n", 4},
+        {"cpu/a/cpu.cfs_period_us", "100000\n", "4:cpu:/docker/x/a\n", 4},
+        {"cpu/a/cpu.cfs_quota_us", "200000\n", "4:cpu:/docker/x/a\n", 2},
+        {NULL, "", "4:cpu:/docker/x\n", 4},
+        {"cpu,cpuacct/cpu.cfs_period_us", "100000\n", "4:cpu:/docker/x\n", 4},
+        {"cpu,cpuacct/cpu.cfs_quota_us", "100000\n", "4:cpu:/docker/x\n", 4},
+        {NULL, "", "4:cpu:/docker/xy\n", 1}, /* neither's: then the least of both */
+        {NULL, "", "4:cpu:/docker/y/z\n", 1},
+    };
+    go_with("33 25 0:28 /docker/x #/cpu rw - cgroup cgroup rw,cpu\n"
+            "34 25 0:28 /docker/y #/cpu,cpuacct rw - cgroup cgroup rw,cpu\n",
+            steps, sizeof steps / sizeof steps[0]);
+}
+END_TEST
+
+START_TEST(what_is_no_line_of_mounts_is_passed_over) {
+    char mounts[6000];
+    static const struct step steps[] = {
+        {"cpu.max", "200000 100000\n", "0::/\n", 2},
+        {"a/cpu.max", "100000 100000\n", "0::/a\n", 1},
+    };
+    snprintf(mounts, sizeof mounts,
+             "\n - \n31 25 - cgroup2\n31 25 0:26 / #/a rw - \n31 25 0:26 / #/a rw - cgroup2\n"
+             "%05000d - cgroup2 none rw\n31 25 0:26 / # rw - cgroup2 none",
+             0);
+    go_with(mounts, steps, sizeof steps / sizeof steps[0]);
+}
+END_TEST
+
 START_TEST(no_more_than_the_processors_of_this_thread) {
     cpu_set_t before, one;
     ck_assert_int_eq(sched_getaffinity(0, sizeof before, &before), 0);
@@ -102,4 +175,6 @@ START_TEST(no_more_than_the_processors_of_this_thread) {
 END_TEST
 
 UNIT_MAIN("proto/cpus", a_quota_is_rounded_up, the_least_of_a_group_and_those_around_it,
-          groups_of_the_first_version, no_more_than_the_processors_of_this_thread)
+          groups_of_the_first_version, a_hierarchy_is_where_it_is_mounted,
+          a_mount_may_show_a_part_of_the_hierarchy, what_is_no_line_of_mounts_is_passed_over,
+          no_more_than_the_processors_of_this_thread)

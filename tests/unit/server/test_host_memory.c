@@ -26,10 +26,16 @@ static void make(const char *name) {
 }
 
 static uint64_t of(const char *groups) {
-    char path[256];
+    char path[256], mounts[256], text[512];
+    snprintf(text, sizeof text,
+             "31 25 0:26 / %s rw - cgroup2 cgroup2 rw\n"
+             "32 25 0:27 / %s/memory rw - cgroup cgroup rw,hugetlb,memory\n",
+             root, root);
+    put("mounts", text);
     put("groups", groups);
     snprintf(path, sizeof path, "%s/groups", root);
-    return kld_cgroup_memory_bytes(path, root);
+    snprintf(mounts, sizeof mounts, "%s/mounts", root);
+    return kld_cgroup_memory_bytes(path, mounts);
 }
 
 static void end(void) {
