@@ -449,9 +449,13 @@ def test_full_stderr_stops_nothing(backend, stderr_user):
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kld-", dir="/tmp"))
     folder.chmod(0o777)
     reader, writer = os.pipe()
+    # Counters of coverage that could not be written where another user may not, nor in the sandbox, would be told to the
+    # full pipe at the end, by a write that waits.
+    counters = {"GCOV_PREFIX": folder} if stderr_user else {}
     process = subprocess.Popen([SERVER, "--http=127.0.0.1:0", f"--unix={folder}/s",
-                                f"--backend={backend}", "--log-level=debug"],
-                               stdout=subprocess.PIPE, stderr=writer, env=clean_environment(), **stderr_user)
+                                f"--backend={backend}", "--log-level=debug",
+                                f"--sandbox={os.environ.get('TEST_SANDBOX', 'true')}"],
+                               stdout=subprocess.PIPE, stderr=writer, env=clean_environment(**counters), **stderr_user)
     try:
         line = process.stdout.readline().decode()
         address = line.split("http=")[1].split()[0]
