@@ -90,12 +90,12 @@ void kld_infer_end(struct kld_exchange *exchange) {
     if (left) /* which also says what the time is counted under */
         kld_infer_count(infer, exchange->misframed ? KLD_INVALID : KLD_CANCELLED);
     kld_infer_count_end(exchange); /* first: who sees none in flight sees all of them counted */
+    if (left && !exchange->misframed && !exchange->too_slow)
+        kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     atomic_fetch_sub(&gateway->common->infers, 1);
     if (!infer) /* it was too late; the worker still has it */
         return;
-    if (left && !exchange->misframed && !exchange->too_slow)
-        kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
     infer->exchange = NULL;
     if (infer->in_worker && infer->uses_buffers)
         kld_pool_unwant(&infer->job);

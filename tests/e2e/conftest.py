@@ -148,6 +148,8 @@ class Server:
         flags.setdefault("backend", backend)
         flags.setdefault("keep_buffer_ms", 500)  # tests wait for free memory; measurements give None, for the default
         flags.setdefault("worker_wait_ms", 20000)  # a busy machine keeps any worker silent for longer than the default
+        for name, value in json.loads(os.environ.get("TEST_FLAGS", "{}")).items():  # as of a larger machine: README.md
+            flags.setdefault(name, value)
         if "TEST_SANDBOX" in os.environ:  # make coverage: counters are files
             flags.setdefault("sandbox", os.environ["TEST_SANDBOX"])
         self.flags = flags

@@ -364,6 +364,8 @@ def test_status_over_http_tells_what_metrics_do(make_server, pair, tmp_path):
     for _ in range(3):
         kld("div", folder / "q.npy", folder / "p.npy", *ask)
     bearer = {"Authorization": "Bearer word-of-all"}
+    # Its loop counts the time of a request when its reply has gone, which another loop may be asked about before.
+    wait_until(lambda: server.metrics(bearer)["kld_http_request_seconds_count"] == 3, what="the times of all three")
     text = server.request("/metrics", headers=bearer)[2].decode()
     status = json.loads(kld("status", "--json", *ask).stdout)
     assert status["version"] == kld("--version").stdout.split()[1]

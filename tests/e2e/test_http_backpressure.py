@@ -79,6 +79,9 @@ def test_bytes_stay_with_their_senders(make_server, fill, put):
     infer(server, {"predictions": Q, "targets": P})
     wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
     empty = fill(server)
+    holders = 4 * (fill is fill_staging)
+    # Another loop may count the one before until its reply has gone.
+    wait_until(lambda: server.metrics()[IN_FLIGHT] == holders, what="the end of those that were answered")
     headers, data = ({}, Q.tobytes() + P.tobytes()) if put else oip.body({"predictions": Q, "targets": P})
     metrics, senders = server.metrics(), []
     try:
