@@ -140,7 +140,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         __syncwarp();
     }
-    /* The looker: what to count from in the row that was found last, whose sample has come. */
+    /* The looker: what to count from in the next row, whose sample has come. */
     static __device__ __forceinline__ void look() {
         const uint32_t number = all().looked;
         kept_row &to = row_at(number);

@@ -216,8 +216,9 @@ def rows_of_peers():
         dtype = {"float32": "FP32", "bfloat16": "BF16"}[job[1]]
         name = f"{job[0]} {dtype} {' x '.join(map(str, one['shape']))}, {'JS' if job[3] == 'js' else 'forward KL'}, loss"
         for label, words in (("loss", name), ("both", "with gradient")):
-            ways = [one[label].get(f"{way} FP32", one[label][way]) for way in ("eager", "compile", "liger")]
-            cells = [f"{figure(way['ms'])} ({way['times_kld']:.{0 if way['times_kld'] >= 9.95 else 1}f})" for way in ways]
+            ways = [one[label].get(f"{way} FP32", one[label].get(way)) for way in ("eager", "compile", "liger")]
+            cells = [f"{figure(way['ms'])} ({way['times_kld']:.{0 if way['times_kld'] >= 9.95 else 1}f})" if way else
+                     "not run" for way in ways]
             yield f"| {words} | {one[label]['kld']['ms']:.2f} | {' | '.join(cells)} |"
 
 
