@@ -5,8 +5,8 @@
 #include "server/gateway/http.h"
 
 #define KLD_WINDOW_BYTES (1 << 20) /* for bodies that announce more */
-/* For one of which so much has been taken, so that what the kernel holds, some twice the window, is
- * a part of what the request does. */
+/* For one of which so much has been taken, so that what the kernel may hold, some twice the window,
+ * is a part of what the request does. The connection keeps it for those that follow. */
 #define KLD_WINDOW_WIDE_BYTES (8 << 20)
 #define KLD_WINDOW_WIDE_FROM_BYTES (UINT64_C(64) << 20)
 
