@@ -9,7 +9,7 @@ autograd, whose answers are not waited for. `host`: how long the call keeps the 
 paired. Extra memory of the first two calls after one of a few rows: the most that PyTorch allocates beyond the inputs
 and, where it is wanted, their gradient, and what is then gone from the card, for good or until the connection is closed.
 The environment's PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) chooses the allocator.
-Status 1 where a loss or gradient is not eager's to 1e-4. Needs KLD_LIBRARY and client/python in PYTHONPATH."""
+Status 1 where a loss or gradient is not eager's to 1e-4. Takes $KLD_LIBRARY, else build/libkld.so."""
 import argparse
 import json
 import os
@@ -21,6 +21,8 @@ import sys
 import time
 
 import torch
+
+import kldlib  # finds the package, too
 from argumentlib import how_many
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -106,6 +108,7 @@ def main():
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()
+    kldlib.need()
     task.batch_size, task.input_shape = args.rows, (args.rows,)
     torch.manual_seed(1)
     predictions, targets = (tensor.cuda() for tensor in task.get_inputs())
